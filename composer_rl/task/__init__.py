@@ -1,0 +1,1 @@
+"""Tasks: rows, reward functions, environments and the embedded shop."""
