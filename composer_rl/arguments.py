@@ -62,8 +62,6 @@ def training_arguments(
         top_k=run.generation.top_k,
         min_p=run.generation.min_p,
         repetition_penalty=run.generation.repetition_penalty,
-        # The reference model of an in-loss KL is loaded like the policy.
-        model_init_kwargs={"dtype": run.model.dtype.value, "attn_implementation": run.model.attn_implementation},
         trust_remote_code=run.model.trust_remote_code,
         # Cadences; held-out evaluation and saving are ours.
         logging_steps=budget.logging_steps,

@@ -167,7 +167,8 @@ class ProgressCallback(TrainerCallback):
             self.reported = step
             elapsed = time.perf_counter() - self.start
             left = elapsed / state.global_step * (state.max_steps - state.global_step) if state.global_step else 0.0
+            reward = "" if math.isnan(self.reward) else f"  reward {self.reward:.3f}"
             self.console.print(
-                f"step {state.global_step}/{state.max_steps}  reward {self.reward:.3f}"
+                f"step {state.global_step}/{state.max_steps}{reward}"
                 f"  held-out {score:.3f}  {elapsed:.0f} s gone, {left:.0f} s left"
             )

@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerBase
 
 from composer_rl.arguments import planned_steps, require_rows, training_arguments
 from composer_rl.config import BatchPlan, ConfigError, Dtype, KLPlacement, RunConfig, plan_batch
-from composer_rl.hardware import resolve_precision
 from composer_rl.model import count_parameters, load_tokenizer
 from composer_rl.report.terminal import print_banner
 from composer_rl.task.load import Row, Task, load_task
@@ -40,7 +39,7 @@ def dry_run(run: RunConfig) -> None:
     for name, value in canned_rewards(row, task).items():
         console.print(f"{name}: {value}", markup=False)
     console.rule("plan")
-    print_banner(console, run, plan, resolve_precision(run.hardware, gpu=False), steps, len(task.heldout_rows))
+    print_banner(console, run, plan, steps, len(task.heldout_rows), gpu=False)
     for line in describe_cost(run, plan, parameters):
         console.print(line, markup=False, highlight=False)
     console.print("dry run: nothing was trained and nothing was written", highlight=False)

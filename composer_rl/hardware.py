@@ -13,6 +13,7 @@ def hardware_arguments(hardware: HardwareConfig, *, gpu: bool) -> dict[str, Any]
         "bf16": precision == Precision.bf16,
         "fp16": precision == Precision.fp16,
         "gradient_checkpointing": hardware.gradient_checkpointing,
+        "dataloader_pin_memory": gpu and hardware.device != Device.cpu,
     }
 
 

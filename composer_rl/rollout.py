@@ -32,9 +32,7 @@ def read_rollout(completion: str | Sequence[Mapping[str, Any]], error_pattern: r
         turns=len(turns),
         tool_results=len(results),
         tool_errors=sum(error_pattern.search(result) is not None for result in results),
-        malformed_calls=sum(
-            TOOL_CALL_OPEN in message_text(turn) and not turn.get("tool_calls") for turn in turns
-        ),
+        malformed_calls=sum(TOOL_CALL_OPEN in message_text(turn) and not turn.get("tool_calls") for turn in turns),
     )
 
 

@@ -3,7 +3,9 @@
 import json
 import os
 import sys
+import time
 import traceback
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ def main() -> None:
     run_dir = run_file.parent
     try:
         run = read_run(run_file)
+        quiet_libraries()
         if run.dry_run:
             from composer_rl.dry_run import dry_run
 
@@ -46,7 +49,6 @@ def read_run(run_file: Path) -> RunConfig:
 
 def train(run: RunConfig, run_dir: Path) -> None:
     """Train one policy as the config says and leave the artefacts of the run in `run_dir`."""
-    quiet_libraries()
     # Heavy from here on; what could be refused without torch has been refused.
     import torch
     from datasets import Dataset
@@ -61,7 +63,6 @@ def train(run: RunConfig, run_dir: Path) -> None:
         MetricsFile,
         ProgressCallback,
     )
-    from composer_rl.hardware import resolve_precision
     from composer_rl.heldout import HeldoutEvaluation
     from composer_rl.model import load_policy, load_tokenizer
     from composer_rl.report.curve import draw_curve
@@ -114,14 +115,15 @@ def train(run: RunConfig, run_dir: Path) -> None:
         trainer.add_callback(ProgressCallback(heldout, console))
         write_versions(run_dir)
         steps = args.max_steps if args.max_steps > 0 else planned_steps(len(task.train_rows), plan, run)
-        precision = resolve_precision(run.hardware, gpu=torch.cuda.is_available())
-        print_banner(console, run, plan, precision, steps, len(task.heldout_rows))
+        print_banner(console, run, plan, steps, len(task.heldout_rows), gpu=torch.cuda.is_available())
 
     # 4. Train, then keep what came out.
-    result = trainer.train()
+    start = time.perf_counter()
+    trainer.train()
+    seconds = time.perf_counter() - start
     trainer.save_model(str(run_dir / "model"))
     if main_rank:
-        summary = summarise(trainer, heldout, result.metrics["train_runtime"])
+        summary = summarise(trainer, heldout, seconds)
         (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         draw_curve(metrics.path, run_dir / "curve.png", run.run_name)
         print_closing(console, summary, run_dir)
@@ -152,6 +154,9 @@ def quiet_libraries() -> None:
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     # The tokenizer's threads are idle when the rewards fork; without this it warns at every fork.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    # TRL and transformers call their own old names.
+    for name in ("gradient_checkpointing", "is_gradient_checkpointing"):
+        warnings.filterwarnings("ignore", message=f"`{name}` is deprecated", category=FutureWarning)
     import datasets
     import transformers
 

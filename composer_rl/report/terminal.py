@@ -6,7 +6,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from composer_rl.config import BatchPlan, KLPlacement, Precision, RunConfig
+from composer_rl.config import BatchPlan, Device, KLPlacement, RunConfig
+from composer_rl.hardware import resolve_precision
 
 REPRODUCES = {
     "full": "the whole published method",
@@ -16,7 +17,7 @@ REPRODUCES = {
 
 
 def print_banner(
-    console: Console, run: RunConfig, plan: BatchPlan, precision: Precision, steps: int, heldout_prompts: int
+    console: Console, run: RunConfig, plan: BatchPlan, steps: int, heldout_prompts: int, *, gpu: bool
 ) -> None:
     """Print what is about to run: ranks, precision, batch arithmetic and what the preset reproduces."""
     kl = run.kl
@@ -26,7 +27,8 @@ def print_banner(
     table.add_row("KL to reference", placement)
     table.add_row("policy", f"{run.model.path} ({run.model.dtype.value} weights)")
     table.add_row("task", f"{run.task.name}, gold {run.task.gold}, {heldout_prompts} held-out prompts")
-    device = "CPU" if run.hardware.device.value == "cpu" or precision == Precision.fp32 else "GPU"
+    precision = resolve_precision(run.hardware, gpu=gpu)
+    device = "GPU" if gpu and run.hardware.device != Device.cpu else "CPU"
     table.add_row("machine", f"{plan.world_size} rank(s), {device}, {precision.value}")
     table.add_row("batch", describe_batch(plan))
     table.add_row("budget", f"{steps} optimizer steps, learning rate {run.trainer.learning_rate:g}")

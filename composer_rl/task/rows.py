@@ -19,9 +19,7 @@ def normalise_prompt(prompt: str | Sequence[Mapping[str, Any]]) -> str:
     return " ".join(" ".join(texts).lower().split())
 
 
-def check_disjoint(
-    train_rows: Iterable[Mapping[str, Any]], heldout_rows: Iterable[Mapping[str, Any]]
-) -> None:
+def check_disjoint(train_rows: Iterable[Mapping[str, Any]], heldout_rows: Iterable[Mapping[str, Any]]) -> None:
     """Raise ConfigError, with a count and up to three examples, when held-out prompts are also train prompts.
 
     Prompts are compared after `normalise_prompt`; repetition within either set is allowed.
