@@ -14,7 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from heldout_rank import ERROR, Gold, MoodyRoom, evaluate, make_rows, make_trainer, red, same_training, train
+from heldout_rank import (
+    ERROR,
+    ChanceRoom,
+    Gold,
+    MoodyRoom,
+    evaluate,
+    make_rows,
+    make_trainer,
+    red,
+    same_training,
+    train,
+)
 from transformers import (
     LogitsProcessorList,
     TemperatureLogitsWarper,
@@ -99,6 +110,24 @@ def test_evaluating_the_same_weights_twice_gives_the_same_score(trainer: Any) ->
     torch.manual_seed(5)
     random.seed(5)
     assert evaluate(trainer, rows, batch_size=3) == once
+
+
+def test_an_environment_that_draws_at_random_gives_the_same_score_twice(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, ChanceRoom)
+    once = evaluate(trainer, make_rows(6), batch_size=3)
+    assert any("tool" in {m["role"] for m in completion} for completion in once[1].values())
+    random.seed(5)
+    np.random.seed(5)
+    assert evaluate(trainer, make_rows(6), batch_size=3) == once
+
+
+def test_the_turns_of_a_rollout_have_noise_of_their_own(tmp_path: Path) -> None:
+    # At this temperature noise alone decides, so noise used twice would repeat the first turn word by word.
+    _, samples = evaluate(make_trainer(tmp_path, temperature=1e4), make_rows(40), batch_size=40)
+    turns = [[m for m in completion if m["role"] == "assistant"] for completion in samples.values()]
+    pairs = [(one, two) for one, two, *_ in filter(lambda assistant: len(assistant) > 1, turns)]
+    assert len(pairs) > 5
+    assert sum(one == two for one, two in pairs) < len(pairs) / 2
 
 
 def test_another_seed_gives_other_samples(trainer: Any) -> None:
