@@ -3,13 +3,18 @@
 import dataclasses
 import difflib
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 from trl import GRPOConfig
 
-from composer_rl.config import BatchPlan, ConfigError, RunConfig
+from composer_rl.channels.replay import ReplayChannel, ReplayConfig
+from composer_rl.channels.sdpo import ColumnHints, HintSource, PeerHints, RuleHints
+from composer_rl.config import BatchPlan, ConfigError, KLPlacement, RunConfig, SDPOHints
 from composer_rl.hardware import hardware_arguments
 from composer_rl.objective import objective_arguments
+from composer_rl.task.load import Task, tool_names
 
 
 def training_arguments(
@@ -72,6 +77,68 @@ def training_arguments(
         disable_tqdm=True,
         **run.trainer.extra,
     )
+
+
+def signal_arguments(run: RunConfig, task: Task, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return ComposerTrainer's arguments beyond GRPOTrainer's.
+
+    Raises ConfigError for a hint column the rows lack and for a pairs file without a usable pair.
+    """
+    channels = run.channels
+    hints: HintSource | None = None
+    if channels.alpha_sdpo > 0:
+        hints = hint_source(run, task)
+    replay = None
+    if channels.beta_replay > 0:
+        assert run.task.replay_pairs is not None
+        replay = ReplayChannel.from_file(
+            run.task.replay_pairs,
+            tokenizer,
+            ReplayConfig(
+                dpo_beta=channels.replay_dpo_beta,
+                loss=channels.replay_loss.value,
+                flip_rate=channels.replay_flip_rate,
+                sft_weight=channels.replay_sft_weight,
+                batch_size=channels.replay_batch_size,
+            ),
+            seed=run.seed,
+            max_length=channels.replay_max_length,
+        )
+    return {
+        "error_pattern": run.task.error_pattern,
+        "alpha_sdpo": channels.alpha_sdpo,
+        "beta_replay": channels.beta_replay,
+        "sdpo_jsd_beta": channels.sdpo_jsd_beta,
+        "sdpo_temperature": channels.sdpo_temperature,
+        "sdpo_token_clip": channels.sdpo_token_clip,
+        "sdpo_is_clip": channels.sdpo_is_clip,
+        "sdpo_teacher": channels.sdpo_teacher.value,
+        "sdpo_teacher_ema_rate": channels.sdpo_teacher_ema_rate,
+        "sdpo_max_turns_per_rollout": channels.sdpo_max_turns_per_rollout,
+        "sdpo_max_length": channels.sdpo_max_length,
+        "sdpo_success_threshold": channels.sdpo_success_threshold,
+        "strict_sdpo_alignment": channels.strict_sdpo_alignment,
+        "hints": hints,
+        "replay_dpo_beta": channels.replay_dpo_beta,
+        "replay": replay,
+        "kl_in_reward": run.kl.placement == KLPlacement.reward,
+        "kl_estimator": run.kl.estimator.value,
+        "kl_reward_scaling": run.kl.reward_scaling.value,
+    }
+
+
+def hint_source(run: RunConfig, task: Task) -> HintSource:
+    """Return the hint source that channels.sdpo_hints names."""
+    if run.channels.sdpo_hints == SDPOHints.peer:
+        return PeerHints()
+    if run.channels.sdpo_hints == SDPOHints.column:
+        if "hint" not in task.train_rows[0]:
+            raise ConfigError(
+                f"channels.sdpo_hints=column: the train rows have no column hint; they have"
+                f" {', '.join(task.train_rows[0])}"
+            )
+        return ColumnHints()
+    return RuleHints([(rule.pattern, rule.hint) for rule in run.task.hints], tools=tool_names(task.environment))
 
 
 def require_rows(count: int, plan: BatchPlan) -> None:

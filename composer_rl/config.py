@@ -90,6 +90,35 @@ class Reproduces(str, Enum):
 class KLPlacement(str, Enum):
     none = "none"
     loss = "loss"
+    reward = "reward"
+
+
+class KLEstimator(str, Enum):
+    k1 = "k1"
+    k3 = "k3"
+
+
+class RewardScaling(str, Enum):
+    none = "none"
+    raw_std = "raw_std"
+
+
+class SDPOTeacher(str, Enum):
+    ema = "ema"
+    frozen = "frozen"
+    live = "live"
+
+
+class SDPOHints(str, Enum):
+    rules = "rules"
+    column = "column"
+    peer = "peer"
+
+
+class ReplayLoss(str, Enum):
+    sigmoid = "sigmoid"
+    ipo = "ipo"
+    robust = "robust"
 
 
 class Device(str, Enum):
@@ -122,23 +151,97 @@ class KLConfig:
     """Where the KL to the reference policy enters, and how strongly."""
 
     placement: KLPlacement = MISSING
-    # Weight of the penalty, in reward units per nat; 0 exactly when placement is none.
+    # Reward units per nat: of each token in the loss, of the whole sequence in the reward. 0 exactly with none.
     coef: float = MISSING
-    # Multiply k3 by the importance ratio (DeepSeek-V3.2, arXiv:2512.02556).
+    # Of log ratios of single tokens; TRL's loss has k3, and k3 in the reward is a negative control.
+    estimator: KLEstimator = MISSING
+    # raw_std = advantages of the shaped reward divided by the raw reward's standard deviation.
+    reward_scaling: RewardScaling = MISSING
+    # Multiply k3 in the loss by the importance ratio (DeepSeek-V3.2, arXiv:2512.02556).
     use_bias_correction_kl: bool = MISSING
 
     def __post_init__(self) -> None:
         require_range("kl", self, "coef", 0.0)
+        placement = self.placement.value
+        idle = f"has no effect with kl.placement={placement}"
         if self.placement == KLPlacement.none:
-            require(self.coef == 0, "kl.coef", self.coef, "has no effect with kl.placement=none; use kl=loss")
+            require(self.coef == 0, "kl.coef", self.coef, f"{idle}; use kl=loss or kl=reward")
+            require(self.estimator == KLEstimator.k1, "kl.estimator", self.estimator.value, f"{idle}; use kl=reward")
+        else:
+            rule = f"must be above 0 with kl.placement={placement}; or use kl=none"
+            require(self.coef > 0, "kl.coef", self.coef, rule)
+        if self.placement == KLPlacement.loss:
             require(
-                not self.use_bias_correction_kl,
-                "kl.use_bias_correction_kl",
-                self.use_bias_correction_kl,
-                "has no effect with kl.placement=none; use kl=loss",
+                self.estimator == KLEstimator.k3,
+                "kl.estimator",
+                self.estimator.value,
+                "TRL's KL in the loss is k3, and k1 there has no gradient on average; use kl=reward for k1",
             )
         else:
-            require(self.coef > 0, "kl.coef", self.coef, "must be above 0 with kl.placement=loss; or use kl=none")
+            require(not self.use_bias_correction_kl, "kl.use_bias_correction_kl", True, f"{idle}; use kl=loss")
+        if self.placement != KLPlacement.reward:
+            require(
+                self.reward_scaling == RewardScaling.none,
+                "kl.reward_scaling",
+                self.reward_scaling.value,
+                f"{idle}; use kl=reward",
+            )
+
+
+def require_kl_in_reward(objective: Any, reward_scaling: str, *, section: str, kl_section: str) -> None:
+    """Require an objective under which R - coef K is compared within groups as it stands, or by the raw deviation.
+
+    `objective` has GRPOConfig's field names, an ObjectiveConfig or a GRPOConfig; the prefixes name its keys and the
+    KL's in the message. Raises ConfigError with the override that works.
+    """
+    scale = ScaleRewards(objective.scale_rewards)
+    aggregation = Aggregation(objective.multi_objective_aggregation)
+    require(
+        aggregation == Aggregation.sum_then_normalize,
+        f"{section}multi_objective_aggregation",
+        aggregation.value,
+        "scales each reward before there is a sum to take the KL from;"
+        f" use {section}multi_objective_aggregation=sum_then_normalize",
+    )
+    if reward_scaling == RewardScaling.none:
+        require(
+            scale == ScaleRewards.none,
+            f"{section}scale_rewards",
+            scale.value,
+            "a KL in the reward changes the standard deviation it would be divided by, and in a group of equal"
+            f" rewards its coefficient cancels; use {section}scale_rewards=none, or divide by the raw reward's with"
+            f" {kl_section}reward_scaling=raw_std",
+        )
+    else:
+        require(
+            scale != ScaleRewards.none,
+            f"{kl_section}reward_scaling",
+            RewardScaling(reward_scaling).value,
+            f"has no effect with {section}scale_rewards=none; use {kl_section}reward_scaling=none",
+        )
+    require(
+        not objective.mask_truncated_completions,
+        f"{section}mask_truncated_completions",
+        True,
+        "truncated rollouts would count in their group's mean without their KL;"
+        f" use {section}mask_truncated_completions=false",
+    )
+
+
+def kl_in_reward_warnings(objective: Any, estimator: str, *, section: str, kl_section: str) -> list[str]:
+    """Return what keeps a KL in the reward from optimising reward minus coef KL; arguments as require_kl_in_reward."""
+    notes = []
+    if objective.loss_type in ("grpo", "bnpo", "sapo"):
+        notes.append(
+            f"{section}loss_type={LossType(objective.loss_type).value}: divides by length, so the KL in the reward is"
+            f" weaker on long rollouts and is not the gradient of one KL; {section}loss_type=dr_grpo is exact"
+        )
+    if estimator == KLEstimator.k3:
+        notes.append(
+            f"{kl_section}estimator=k3: an experiment, a negative control; its gradient in the reward is not the KL's"
+            f" and mostly cancels (arXiv:2512.21852); use {kl_section}estimator=k1"
+        )
+    return notes
 
 
 @dataclass
@@ -255,6 +358,63 @@ class ObjectiveConfig:
 
 
 @dataclass
+class ChannelsConfig:
+    """Learning signals beside the policy loss: self-distillation at error turns (SDPO) and preference pairs."""
+
+    # Weights in the total loss; 0 = absent.
+    alpha_sdpo: float = MISSING
+    beta_replay: float = MISSING
+    # 0 = KL(teacher||student), 1 = KL(student||teacher), between = generalised JSD.
+    sdpo_jsd_beta: float = MISSING
+    # Of both sides; null = generation.temperature.
+    sdpo_temperature: float | None = MISSING
+    # Cap of a token's divergence in nats; null = none.
+    sdpo_token_clip: float | None = MISSING
+    # Cap of the importance weight of off-policy tokens; null = no weight.
+    sdpo_is_clip: float | None = MISSING
+    sdpo_teacher: SDPOTeacher = MISSING
+    # Weight of the student in each EMA update of the teacher.
+    sdpo_teacher_ema_rate: float = MISSING
+    # Error turns distilled per rollout.
+    sdpo_max_turns_per_rollout: int = MISSING
+    # Tokens a teacher row may have; null = the model's max_position_embeddings.
+    sdpo_max_length: int | None = MISSING
+    sdpo_hints: SDPOHints = MISSING
+    # Reward at or above which a rollout succeeded: peers, and errors of single-turn tasks.
+    sdpo_success_threshold: float = MISSING
+    strict_sdpo_alignment: bool = MISSING
+    # Preference loss: beta, kind, flip rate of robust, weight of the chosen side's negative log-likelihood.
+    replay_dpo_beta: float = MISSING
+    replay_loss: ReplayLoss = MISSING
+    replay_flip_rate: float = MISSING
+    replay_sft_weight: float = MISSING
+    # Pairs per optimizer update, over all ranks.
+    replay_batch_size: int = MISSING
+    # Tokens that a pair's prompt and response may have together; a longer pair is dropped and counted.
+    replay_max_length: int = MISSING
+
+    def __post_init__(self) -> None:
+        def section(names: str, low: float, high: float = math.inf, *, open_low: bool = False) -> None:
+            require_range("channels", self, names, low, high, open_low=open_low)
+
+        section("alpha_sdpo beta_replay replay_sft_weight", 0.0)
+        section("sdpo_jsd_beta", 0.0, 1.0)
+        section("sdpo_temperature sdpo_token_clip sdpo_is_clip replay_dpo_beta", 0.0, open_low=True)
+        section("sdpo_teacher_ema_rate", 0.0, 1.0, open_low=True)
+        section("sdpo_max_turns_per_rollout sdpo_max_length replay_batch_size replay_max_length", 1)
+        require(math.isfinite(self.sdpo_success_threshold), "channels.sdpo_success_threshold", "inf", "must be finite")
+        require(
+            0 <= self.replay_flip_rate < 0.5, "channels.replay_flip_rate", self.replay_flip_rate, "must lie in [0, 0.5)"
+        )
+        require(
+            (self.replay_loss == ReplayLoss.robust) or self.replay_flip_rate == 0,
+            "channels.replay_flip_rate",
+            self.replay_flip_rate,
+            f"has no effect with replay_loss={self.replay_loss.value}; use channels.replay_loss=robust",
+        )
+
+
+@dataclass
 class HardwareConfig:
     """The machine: ranks, device and arithmetic."""
 
@@ -339,6 +499,8 @@ class TaskConfig:
     # Regular expression that marks a tool result as an error.
     error_pattern: str = MISSING
     hints: list[HintConfig] = MISSING
+    # JSONL of preference pairs for the replay channel; null = none.
+    replay_pairs: str | None = MISSING
     # The number of tokens a rollout may take, tool results included; trainer.max_completion_length reads it.
     max_completion_length: int = MISSING
 
@@ -451,6 +613,7 @@ class RunConfig:
 
     objective: ObjectiveConfig = MISSING
     kl: KLConfig = MISSING
+    channels: ChannelsConfig = MISSING
     hardware: HardwareConfig = MISSING
     model: ModelConfig = MISSING
     task: TaskConfig = MISSING
@@ -463,6 +626,20 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         require(0 <= self.seed < 2**32, "seed", self.seed, "must lie in [0, 2**32)")
+        require(
+            self.channels.alpha_sdpo == 0 or self.channels.sdpo_hints != SDPOHints.rules or len(self.task.hints) > 0,
+            "channels.alpha_sdpo",
+            self.channels.alpha_sdpo,
+            f"needs hints, and task={self.task.name} has no rules; give task.hints, or channels.sdpo_hints=column|peer",
+        )
+        require(
+            self.channels.beta_replay == 0 or self.task.replay_pairs is not None,
+            "channels.beta_replay",
+            self.channels.beta_replay,
+            "needs preference pairs; give task.replay_pairs=FILE",
+        )
+        if self.kl.placement == KLPlacement.reward:
+            require_kl_in_reward(self.objective, self.kl.reward_scaling.value, section="objective.", kl_section="kl.")
         plan_batch(self)
 
 
@@ -475,6 +652,7 @@ EXTRA_OWNERS: dict[str, str] = {
         for section, config in (
             ("objective", ObjectiveConfig),
             ("kl", KLConfig),
+            ("channels", ChannelsConfig),
             ("hardware", HardwareConfig),
             ("model", ModelConfig),
             ("trainer", TrainerConfig),
@@ -572,6 +750,8 @@ def plan_batch(run: RunConfig) -> BatchPlan:
         notes.append(
             f"objective.updates_per_generation=1: the ratio stays 1, so {run.objective.name}'s clipping never acts"
         )
+    if run.kl.placement == KLPlacement.reward:
+        notes += kl_in_reward_warnings(run.objective, run.kl.estimator.value, section="objective.", kl_section="kl.")
     return BatchPlan(
         world_size=world,
         generation_batch_size=total,

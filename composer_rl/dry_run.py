@@ -12,7 +12,7 @@ from composer_rl.arguments import planned_steps, require_rows, training_argument
 from composer_rl.config import BatchPlan, ConfigError, Dtype, KLPlacement, RunConfig, plan_batch
 from composer_rl.model import count_parameters, load_tokenizer
 from composer_rl.report.terminal import print_banner
-from composer_rl.task.load import Row, Task, load_task
+from composer_rl.task.load import Row, Task, load_task, tool_names
 
 BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
 
@@ -86,9 +86,10 @@ def canned_rewards(row: Row, task: Task) -> dict[str, Any]:
 def describe_cost(run: RunConfig, plan: BatchPlan, parameters: int) -> list[str]:
     """Return what a run costs: forwards per generation and memory of weights, gradients and optimizer per rank."""
     reference = run.kl.placement != KLPlacement.none
-    off_policy = plan.updates > 1
+    # TRL keeps the sampling policy's log-probs when updates make it another; the KL in the reward always needs them.
+    sampling = plan.updates > 1 or run.kl.placement == KLPlacement.reward
     passes = [f"{plan.steps_per_generation * run.objective.num_iterations} forward-backward"]
-    if off_policy:
+    if sampling:
         passes.append("1 for the sampling policy's log-probs")
     if reference:
         passes.append("1 for the reference's log-probs")
@@ -105,13 +106,9 @@ def describe_cost(run: RunConfig, plan: BatchPlan, parameters: int) -> list[str]
 
 
 def _tools(row: Row, task: Task) -> list[Any] | None:
-    """Return the tools of a fresh environment, as TRL takes them: every public method but reset and get_reward."""
+    """Return the tools of a fresh environment, bound to it."""
     if task.environment is None:
         return None
     environment = task.environment()
     environment.reset(**row)
-    return [
-        getattr(environment, name)
-        for name, _ in inspect.getmembers(task.environment, predicate=inspect.isfunction)
-        if not name.startswith("_") and name not in ("reset", "get_reward")
-    ]
+    return [getattr(environment, name) for name in tool_names(task.environment)]

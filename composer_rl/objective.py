@@ -12,7 +12,6 @@ from omegaconf.errors import OmegaConfBaseException
 from composer_rl.config import (
     ConfigError,
     KLConfig,
-    KLPlacement,
     ObjectiveConfig,
     RatioLevel,
     RunConfig,
@@ -33,15 +32,16 @@ OWN_FIELDS = ("name", "reproduces", "updates_per_generation", "published_kl")
 def objective_arguments(objective: ObjectiveConfig, kl: KLConfig) -> dict[str, Any]:
     """Return the GRPOConfig keywords that make up the algorithm: the policy loss and its KL.
 
-    beta is kl.coef when the KL is in the loss and 0.0 otherwise. The batch schedule is not among them: it
-    follows from updates_per_generation and the batch sizes.
+    beta is kl.coef, also when the KL is in the reward: TRL then keeps a reference and its log-probs, and
+    ComposerTrainer(kl_in_reward=True) takes beta out of the loss. The batch schedule is not among them: it follows
+    from updates_per_generation and the batch sizes.
     """
     arguments = {
         name: value.value if isinstance(value, Enum) else value
         for name, value in vars(objective).items()
         if name not in OWN_FIELDS
     }
-    arguments["beta"] = kl.coef if kl.placement == KLPlacement.loss else 0.0
+    arguments["beta"] = kl.coef
     arguments["use_bias_correction_kl"] = kl.use_bias_correction_kl
     return arguments
 
@@ -107,7 +107,11 @@ def _load_preset(name: str, overrides: dict[str, Any]) -> tuple[ObjectiveConfig,
     algorithm = {field.name for field in fields(ObjectiveConfig)}.difference(OWN_FIELDS)
     chosen_kl: dict[str, Any] = {}
     if "beta" in overrides:
-        chosen_kl = {"placement": "loss" if overrides["beta"] else "none", "coef": overrides["beta"]}
+        chosen_kl = {
+            "placement": "loss" if overrides["beta"] else "none",
+            "coef": overrides["beta"],
+            "estimator": "k3" if overrides["beta"] else "k1",
+        }
     if "use_bias_correction_kl" in overrides:
         chosen_kl["use_bias_correction_kl"] = overrides["use_bias_correction_kl"]
     try:

@@ -194,10 +194,10 @@ def _chosen_by_hand() -> bool:
 
 def _resolve_inputs(config: DictConfig, launch_dir: Path) -> None:
     """Make relative input paths absolute against the launch directory; a hub name stays as it is."""
-    if not OmegaConf.is_missing(config.model, "path"):
-        local = launch_dir / Path(config.model.path).expanduser()
-        if local.exists():
-            config.model.path = str(local.resolve())
+    for section, key in (("model", "path"), ("task", "replay_pairs")):
+        value = None if OmegaConf.is_missing(config[section], key) else config[section][key]
+        if value is not None and (launch_dir / Path(value).expanduser()).exists():
+            config[section][key] = str((launch_dir / Path(value).expanduser()).resolve())
 
 
 def _check_trackers(run: RunConfig) -> None:

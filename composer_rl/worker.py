@@ -55,7 +55,7 @@ def train(run: RunConfig, run_dir: Path) -> None:
     from rich.console import Console
     from transformers import PrinterCallback
 
-    from composer_rl.arguments import planned_steps, require_rows, training_arguments
+    from composer_rl.arguments import planned_steps, require_rows, signal_arguments, training_arguments
     from composer_rl.callbacks import (
         CompletionsCallback,
         HeldoutCallback,
@@ -89,8 +89,10 @@ def train(run: RunConfig, run_dir: Path) -> None:
         train_dataset=Dataset.from_list(task.train_rows),
         processing_class=tokenizer,
         environment_factory=task.environment,
-        error_pattern=run.task.error_pattern,
+        **signal_arguments(run, task, tokenizer),
     )
+    if trainer.replay is not None:
+        trainer.replay.prepare(trainer, run_dir / "replay_reference.pt")
 
     # 3. What happens beside the loop.
     metrics = MetricsFile(run_dir / "metrics.jsonl")

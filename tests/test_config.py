@@ -66,8 +66,43 @@ MISTAKES = {
     "channel weight": (["channels.alpha_sdpo=0.1"], "unknown knob channels"),
     "channel weight with a plus": (["+channels.alpha_sdpo=0.1"], "unknown knob channels"),
     "guard": (["guard=strict"], "unknown knob guard"),
-    "KL in the reward": (["kl=reward"], "unknown option kl=reward; kl has loss, none, published"),
-    "KL placement in the reward": (["kl.placement=reward"], "expected one of [none, loss]"),
+    "KL in a reward that is scaled": (
+        ["objective=dapo", "kl=reward"],
+        "objective.scale_rewards=group: a KL in the reward changes the standard deviation it would be divided by, and"
+        " in a group of equal rewards its coefficient cancels; use objective.scale_rewards=none, or divide by the raw"
+        " reward's with kl.reward_scaling=raw_std",
+    ),
+    "KL in a reward that is scaled by the batch": (
+        ["kl=reward", "objective.scale_rewards=batch"],
+        "objective.scale_rewards=batch: a KL in the reward changes",
+    ),
+    "raw deviation without scaling": (
+        ["kl=reward", "kl.reward_scaling=raw_std"],
+        "kl.reward_scaling=raw_std: has no effect with objective.scale_rewards=none; use kl.reward_scaling=none",
+    ),
+    "KL in the reward with masked rollouts": (
+        ["kl=reward", "objective.mask_truncated_completions=true"],
+        "use objective.mask_truncated_completions=false",
+    ),
+    "KL in rewards that are scaled one by one": (
+        ["objective=grpo", "kl=reward", "objective.multi_objective_aggregation=normalize_then_sum"],
+        "use objective.multi_objective_aggregation=sum_then_normalize",
+    ),
+    "KL in the reward without weight": (
+        ["kl=reward", "kl.coef=0"],
+        "kl.coef=0.0: must be above 0 with kl.placement=reward",
+    ),
+    "KL in the reward with the loss's correction": (
+        ["kl=reward", "kl.use_bias_correction_kl=true"],
+        "kl.use_bias_correction_kl=True: has no effect with kl.placement=reward",
+    ),
+    "k1 in the loss": (["kl=loss", "kl.estimator=k1"], "kl.estimator=k1: TRL's KL in the loss is k3"),
+    "reward scaling without KL in the reward": (
+        ["objective=grpo", "kl.reward_scaling=raw_std"],
+        "kl.reward_scaling=raw_std: has no effect with kl.placement=loss; use kl=reward",
+    ),
+    "estimator without KL": (["kl=none", "kl.estimator=k3"], "kl.estimator=k3: has no effect with kl.placement=none"),
+    "KL placement that is not there": (["kl.placement=prompt"], "expected one of [none, loss, reward]"),
     "KL weight without KL": (["kl=none", "kl.coef=0.1"], "kl.coef=0.1: has no effect with kl.placement=none"),
     "KL without weight": (["kl=loss", "kl.coef=0"], "kl.coef=0.0: must be above 0"),
     "scaling that is not read": (

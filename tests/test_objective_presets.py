@@ -175,11 +175,13 @@ def test_every_schema_field_but_the_run_owned_ones_becomes_a_grpo_config_argumen
     assert set(objective_arguments(objective, kl)) == expected | {"beta", "use_bias_correction_kl"}
 
 
-def test_beta_is_the_kl_coefficient_only_when_the_kl_is_in_the_loss():
-    objective, published = preset("grpo")
-    none = KLConfig(placement="none", coef=0.0, use_bias_correction_kl=False)
-    assert objective_arguments(objective, published)["beta"] == 0.04
-    assert objective_arguments(objective, none)["beta"] == 0.0
+def test_beta_is_the_kl_coefficient_wherever_the_kl_is():
+    objective, published = preset("dr_grpo")
+    assert objective_arguments(objective, published)["beta"] == 0.0
+    for name, coef in (("none", 0.0), ("loss", 1e-3), ("reward", 1e-3)):
+        values = OmegaConf.merge(OmegaConf.structured(KLConfig), OmegaConf.load(config_dir() / "kl" / f"{name}.yaml"))
+        assert objective_arguments(objective, OmegaConf.to_object(values))["beta"] == coef
+    assert objective_arguments(*preset("grpo"))["beta"] == 0.04
 
 
 def test_enums_reach_trl_as_plain_text():

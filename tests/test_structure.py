@@ -17,8 +17,9 @@ PACKAGE = Path(composer_rl.__file__).parent
 # A module may import what stands on the lines above its own; names are packages or modules of composer_rl.
 LAYERS = (
     {"config"},
-    {"versions", "launch", "objective", "hardware", "rollout"},
-    {"train", "task", "model", "arguments", "heldout"},
+    {"versions", "launch", "objective", "hardware", "rollout", "losses"},
+    {"train", "channels", "task", "model", "heldout"},
+    {"collator", "arguments"},
     {"trainer"},
     {"callbacks", "report"},
     {"dry_run"},

@@ -23,8 +23,8 @@ def print_banner(
     kl = run.kl
     table = _pairs(f"composer-rl: {run.run_name}")
     table.add_row("objective", f"{run.objective.name} ({REPRODUCES[run.objective.reproduces.value]})")
-    placement = "none" if kl.placement == KLPlacement.none else f"in the {kl.placement.value}, coefficient {kl.coef:g}"
-    table.add_row("KL to reference", placement)
+    where = f"{kl.estimator.value} in the {kl.placement.value}, coefficient {kl.coef:g}"
+    table.add_row("KL to reference", "none" if kl.placement == KLPlacement.none else where)
     table.add_row("policy", f"{run.model.path} ({run.model.dtype.value} weights)")
     table.add_row("task", f"{run.task.name}, gold {run.task.gold}, {heldout_prompts} held-out prompts")
     precision = resolve_precision(run.hardware, gpu=gpu)

@@ -54,6 +54,14 @@ def load_task(config: TaskConfig) -> Task:
     )
 
 
+def tool_names(environment: type | None) -> list[str]:
+    """Return the names of an environment's tools, as TRL takes them: its public methods but reset and get_reward."""
+    if environment is None:
+        return []
+    methods = inspect.getmembers(environment, predicate=inspect.isfunction)
+    return [name for name, _ in methods if not name.startswith("_") and name not in ("reset", "get_reward")]
+
+
 def bind_reward(name: str, function: RewardFunction, arguments: dict[str, Any]) -> RewardFunction:
     """Return `function` with `arguments` bound and `name` as its __name__, async when it is."""
     reward: RewardFunction

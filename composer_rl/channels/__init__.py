@@ -1,0 +1,1 @@
+"""The learning signals beside the policy loss, one file per signal, whole."""
