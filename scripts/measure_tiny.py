@@ -44,7 +44,7 @@ def sample(
             per_device_train_batch_size=2,
             num_generations=2,
             max_completion_length=160,
-            max_tool_calling_iterations=3,
+            max_tool_calling_iterations=2,
             temperature=1.0,
         )
         trainer = GRPOTrainer(
