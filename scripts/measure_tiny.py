@@ -44,7 +44,7 @@ def sample(
             per_device_train_batch_size=2,
             num_generations=2,
             max_completion_length=160,
-            max_tool_calling_iterations=2,
+            max_tool_calling_iterations=3,
             temperature=1.0,
         )
         trainer = GRPOTrainer(
@@ -123,9 +123,7 @@ def hint_efficacy(
     }
 
 
-def measure(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, count: int, seed: int
-) -> dict[str, Any]:
+def measure(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, count: int, seed: int) -> dict[str, Any]:
     """All figures of the policy on `count` held-out rows."""
     rows = make_rows(count, seed, "heldout")
     completions, tokens = sample(model, tokenizer, rows, seed)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -30,9 +31,8 @@ def users_folder(tmp_path):
     (tmp_path / "mine" / "objective" / "wide.yaml").write_text(
         preset.replace("epsilon_high: 0.28", "epsilon_high: 0.5")
     )
-    trained = tmp_path / "runs" / "dr_grpo-shop-s1"
-    trained.mkdir(parents=True)
-    (trained / "model").symlink_to(REPOSITORY / "composer_rl" / "assets" / "tiny")
+    # A copy: a run of the same name saves its model there.
+    shutil.copytree(REPOSITORY / "composer_rl" / "assets" / "tiny", tmp_path / "runs" / "dr_grpo-shop-s1" / "model")
     return tmp_path
 
 
