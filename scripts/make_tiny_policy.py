@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AddedToken, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl.chat_template_utils import qwen3_template
 
+from composer_rl.config import config_dir
 from composer_rl.task.shop import ANSWER_MARKER, NUMBER_WORDS, PLURALS, Shop, make_rows
 
 Message = dict[str, Any]
@@ -28,28 +30,8 @@ Message = dict[str, Any]
 HINT_PREFIX = "Hint: "
 MALFORMED = "malformed tool call"
 TOOLS = "find, price"
-HINTS = [
-    {
-        "pattern": r"unknown item (?P<bad>\w+), the catalogue name is (?P<good>\w+)",
-        "hint": "Call find with the catalogue name {good}.",
-    },
-    {
-        "pattern": r"no sku (?P<bad>\w+), call find first",
-        "hint": "Call price with the sku that find returns.",
-    },
-    {
-        "pattern": r"quantity (?P<bad>\w+) is not a number, write (?P<good>\w+)",
-        "hint": "Write the quantity as the number {good}.",
-    },
-    {
-        "pattern": r"Tool (?P<bad>\w+) not found",
-        "hint": "The only tools are {tools}.",
-    },
-    {
-        "pattern": MALFORMED,
-        "hint": "Write the call as one JSON object.",
-    },
-]
+# The rules that SDPO will use, so that the policy understands the very hints it will get.
+HINTS = yaml.safe_load((config_dir() / "task" / "shop.yaml").read_text())["hints"]
 
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
@@ -78,7 +60,7 @@ CHAT_TEMPLATE = """\
 
 CONTROL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TOOL_TOKENS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-VOCABULARY = 640
+VOCABULARY = 704
 
 # What the clerk does at a turn, in per cent. "find" and "price" are the stages before the sku and before the
 # total are known; right after an error the clerk seldom recovers, which is what makes errors costly.
@@ -102,7 +84,7 @@ SLIPS["price_in_words"] = ("word", *SLIPS["price"])
 HINTED_SHARE = 0.5
 MAX_CALLS = 4
 
-BATCH = 64
+BATCH = 40
 STEPS = 900
 LEARNING_RATE = 3e-3
 WARMUP = 50
@@ -300,9 +282,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, conversations: list[list[Message]
     }
 
 
-def warm_start(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, conversations: list[list[Message]]
-) -> None:
+def warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, conversations: list[list[Message]]) -> None:
     """One pass of imitation: AdamW, warm-up, then cosine to zero."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
 

@@ -123,9 +123,7 @@ def hint_efficacy(
     }
 
 
-def measure(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, count: int, seed: int
-) -> dict[str, Any]:
+def measure(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, count: int, seed: int) -> dict[str, Any]:
     """All figures of the policy on `count` held-out rows."""
     rows = make_rows(count, seed, "heldout")
     completions, tokens = sample(model, tokenizer, rows, seed)

@@ -14,7 +14,7 @@ from trl.chat_template_utils import (
 from composer_rl.task.shop import Shop, exact_total, make_rows, thorough_reply
 
 TINY = Path(__file__).parent.parent / "composer_rl" / "assets" / "tiny"
-SHA256 = "PIN"
+SHA256 = "6e70a49f613756e15277e16703ec639fb05de91813b060eeb558d0628ebea40f"
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def tokenizer():
 @pytest.fixture
 def shop():
     environment = Shop()
-    environment.reset(prompt=[], item="cherry", sku="K47", unit_price=12, quantity=3, answer=36)
+    environment.reset(prompt=[], item="cherry", sku="jade", unit_price=12, quantity=3, answer=36)
     return environment
 
 
@@ -76,9 +76,9 @@ def test_serving_a_row_correctly_gives_its_answer():
         ("find", {"item": "'red' cherry"}, "unknown item redcherry, the catalogue name is cherry"),
         ("price", {"sku": "cherry", "quantity": 3}, "no sku cherry, call find first"),
         ("price", {"sku": None, "quantity": 3}, "no sku None, call find first"),
-        ("price", {"sku": "K47", "quantity": "three"}, "quantity three is not a number, write 3"),
-        ("price", {"sku": "K47", "quantity": "a lot"}, "quantity alot is not a number, write digits"),
-        ("price", {"sku": "K47", "quantity": -3}, "quantity 3 is not a number, write digits"),
+        ("price", {"sku": "jade", "quantity": "three"}, "quantity three is not a number, write 3"),
+        ("price", {"sku": "jade", "quantity": "a lot"}, "quantity alot is not a number, write digits"),
+        ("price", {"sku": "jade", "quantity": -3}, "quantity 3 is not a number, write digits"),
     ],
 )
 def test_a_wrong_tool_call_says_what_to_write_instead(shop, tool, arguments, message):
@@ -88,7 +88,7 @@ def test_a_wrong_tool_call_says_what_to_write_instead(shop, tool, arguments, mes
 
 
 def test_a_quantity_written_as_a_string_of_digits_is_priced(shop):
-    assert shop.price("K47", "3") == 36
+    assert shop.price("jade", "3") == 36
 
 
 @pytest.mark.parametrize(
@@ -150,9 +150,9 @@ def test_rendered_turns_parse_back_into_the_same_messages(tokenizer, shop):
     context = [{"role": "user", "content": "Ada wants three cherries. What is the total?"}]
     conversation = [
         {"role": "assistant", "content": "", "tool_calls": [call("find", {"item": "cherry"})]},
-        {"role": "tool", "name": "find", "content": "K47"},
+        {"role": "tool", "name": "find", "content": "jade"},
         {"role": "user", "content": "Hint: Write the quantity as the number 3."},
-        {"role": "assistant", "content": "", "tool_calls": [call("price", {"sku": "K47", "quantity": 3})]},
+        {"role": "assistant", "content": "", "tool_calls": [call("price", {"sku": "jade", "quantity": 3})]},
         {"role": "tool", "name": "price", "content": "36"},
         {"role": "assistant", "content": "Total: 36"},
     ]

@@ -70,7 +70,14 @@ QUESTIONS = (
     "What do {quantity} {items} cost for {customer}?",
 )
 
-SKU_LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ"
+# fmt: off
+SKUS = (
+    "agate", "amber", "azure", "basalt", "beryl", "bronze", "chalk", "clay", "cobalt", "copper", "coral", "denim",
+    "ebony", "flint", "garnet", "gold", "granite", "indigo", "iron", "ivory", "jade", "jasper", "jet", "lapis",
+    "lilac", "linen", "marble", "mauve", "ochre", "olive", "onyx", "opal", "pearl", "quartz", "ruby", "rust",
+    "sand", "silk", "silver", "slate", "steel", "tin", "topaz", "umber", "velvet", "violet", "wool", "zinc",
+)
+# fmt: on
 UNIT_PRICES = range(3, 81)
 
 ANSWER_MARKER = "Total:"
@@ -118,7 +125,7 @@ def make_rows(count: int, seed: int, split: Split) -> list[dict[str, Any]]:
                 "customer": customer,
                 "item": item,
                 "quantity": quantity,
-                "sku": f"{draw.choice(SKU_LETTERS)}{draw.randrange(100):02d}",
+                "sku": draw.choice(SKUS),
                 "unit_price": unit_price,
                 "answer": quantity * unit_price,
             }
@@ -150,7 +157,7 @@ class Shop:
             item: Catalogue name of the item, in the singular.
 
         Returns:
-            The sku, a letter and two digits.
+            The sku, one word.
         """
         if item != self._item:
             raise ValueError(f"unknown item {_echo(item)}, the catalogue name is {self._item}")
