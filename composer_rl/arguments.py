@@ -13,8 +13,9 @@ from composer_rl.channels.replay import ReplayChannel, ReplayConfig
 from composer_rl.channels.sdpo import ColumnHints, HintSource, PeerHints, RuleHints
 from composer_rl.config import BatchPlan, ConfigError, KLPlacement, RunConfig, SDPOHints
 from composer_rl.hardware import hardware_arguments
+from composer_rl.model import rollout_chat_template
 from composer_rl.objective import objective_arguments
-from composer_rl.task.load import Task, tool_names
+from composer_rl.task.load import Task, environment_tools, tool_names
 
 
 def training_arguments(
@@ -95,7 +96,6 @@ def signal_arguments(run: RunConfig, task: Task, tokenizer: PreTrainedTokenizerB
             run.task.replay_pairs,
             tokenizer,
             ReplayConfig(
-                dpo_beta=channels.replay_dpo_beta,
                 loss=channels.replay_loss.value,
                 flip_rate=channels.replay_flip_rate,
                 sft_weight=channels.replay_sft_weight,
@@ -103,6 +103,8 @@ def signal_arguments(run: RunConfig, task: Task, tokenizer: PreTrainedTokenizerB
             ),
             seed=run.seed,
             max_length=channels.replay_max_length,
+            tools=environment_tools(task.environment, task.train_rows[0]),
+            chat_template=rollout_chat_template(tokenizer, tools=task.environment is not None),
         )
     return {
         "error_pattern": run.task.error_pattern,

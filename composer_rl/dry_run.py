@@ -12,7 +12,7 @@ from composer_rl.arguments import planned_steps, require_rows, training_argument
 from composer_rl.config import BatchPlan, ConfigError, Dtype, KLPlacement, RunConfig, plan_batch
 from composer_rl.model import count_parameters, load_tokenizer
 from composer_rl.report.terminal import print_banner
-from composer_rl.task.load import Row, Task, load_task, tool_names
+from composer_rl.task.load import Row, Task, environment_tools, load_task
 
 BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
 
@@ -53,7 +53,10 @@ def render_prompt(row: Row, task: Task, tokenizer: PreTrainedTokenizerBase) -> s
     try:
         return str(
             tokenizer.apply_chat_template(
-                row["prompt"], tools=_tools(row, task), add_generation_prompt=True, tokenize=False
+                row["prompt"],
+                tools=environment_tools(task.environment, row),
+                add_generation_prompt=True,
+                tokenize=False,
             )
         )
     except Exception as error:
@@ -103,12 +106,3 @@ def describe_cost(run: RunConfig, plan: BatchPlan, parameters: int) -> list[str]
         f"{parameters:,} parameters; weights, gradients, optimizer{' and reference' if reference else ''}:"
         f" {memory / 2**20:,.0f} MiB per rank, activations not counted",
     ]
-
-
-def _tools(row: Row, task: Task) -> list[Any] | None:
-    """Return the tools of a fresh environment, bound to it."""
-    if task.environment is None:
-        return None
-    environment = task.environment()
-    environment.reset(**row)
-    return [getattr(environment, name) for name in tool_names(task.environment)]

@@ -5,7 +5,12 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from trl.chat_template_utils import add_response_schema, supports_tool_calling
+from trl.chat_template_utils import (
+    add_response_schema,
+    get_training_chat_template,
+    is_chat_template_prefix_preserving,
+    supports_tool_calling,
+)
 
 from composer_rl.config import ConfigError, ModelConfig
 
@@ -39,6 +44,16 @@ def load_tokenizer(model: ModelConfig, *, tools: bool) -> PreTrainedTokenizerBas
                     " set tokenizer.response_template and save the tokenizer"
                 ) from None
     return tokenizer
+
+
+def rollout_chat_template(tokenizer: PreTrainedTokenizerBase, *, tools: bool) -> str | None:
+    """Return the template GRPOTrainer renders rollouts with; None = the tokenizer's own.
+
+    With tools it puts TRL's training template in the place of one that rewrites earlier turns.
+    """
+    if tools and not is_chat_template_prefix_preserving(tokenizer):
+        return get_training_chat_template(tokenizer)
+    return None
 
 
 def load_policy(model: ModelConfig) -> PreTrainedModel:

@@ -4,6 +4,8 @@ total = grpo + alpha_sdpo * sdpo + beta_replay * replay, and the KL to the refer
 says which TRL method it replaces and why; with every signal off they pass through.
 """
 
+import dataclasses
+import inspect
 import re
 import time
 import warnings
@@ -65,7 +67,7 @@ class ComposerTrainer(GRPOTrainer):
         sdpo_success_threshold: reward at or above which a rollout succeeded (single-turn errors, peers).
         strict_sdpo_alignment: raise on tokens that do not line up; False warns, skips and counts.
         hints: the hint source; required with alpha_sdpo > 0.
-        replay_dpo_beta: beta of the preference loss.
+        replay_dpo_beta: beta of the preference loss, over the one in the pairs' own config.
         replay: the pairs; required with beta_replay > 0.
         kl_in_reward: subtract args.beta times the sequence's KL from its reward, instead of TRL's in-loss term.
         kl_estimator: k1 (exact) or k3 (a labelled experiment). kl_reward_scaling: none or raw_std.
@@ -127,6 +129,10 @@ class ComposerTrainer(GRPOTrainer):
             raise ValueError(f"beta_replay={beta_replay} needs pairs; pass replay=ReplayChannel.from_file(...)")
         if heldout_guard is not None or heldout_eval_fn is not None:
             raise ValueError("heldout_guard: this version has no guard; leave it None")
+        if kl_in_reward:
+            # Before GRPOTrainer loads the reference from a path that a model object may not have.
+            given = inspect.signature(GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments
+            validate_kl_in_reward_config(given["args"], given["model"], kl_estimator, kl_reward_scaling)
         super().__init__(*args, **kwargs)
         self.error_pattern = re.compile(error_pattern) if error_pattern is not None else None
         # Wall seconds of training generations so far; evaluation is not in them.
@@ -136,7 +142,11 @@ class ComposerTrainer(GRPOTrainer):
 
         self.alpha_sdpo = alpha_sdpo
         self.beta_replay = beta_replay
-        self.replay = replay if beta_replay > 0 else None
+        self.replay: ReplayChannel | None = None
+        if beta_replay > 0:
+            assert replay is not None
+            self.replay = replay
+            replay.config = dataclasses.replace(replay.config, dpo_beta=replay_dpo_beta)
         self.sdpo_jsd_beta = sdpo_jsd_beta
         self.sdpo_temperature = self.temperature if sdpo_temperature is None else sdpo_temperature
         self.sdpo_token_clip = sdpo_token_clip
@@ -144,15 +154,14 @@ class ComposerTrainer(GRPOTrainer):
         self.teacher_rows: TeacherRows | None = None
         self.kl_in_reward: KLInReward | None = None
         if kl_in_reward:
-            validate_kl_in_reward_config(self.args, self.model, kl_estimator, kl_reward_scaling)
             self.kl_in_reward = KLInReward(self.args.beta, kl_estimator, kl_reward_scaling)
-        if alpha_sdpo > 0 or beta_replay > 0:
+        if alpha_sdpo > 0 or beta_replay > 0 or kl_in_reward:
             switch_off_dropout(self.model)
             assert self.args.steps_per_generation is not None
             if self.args.steps_per_generation % self.args.gradient_accumulation_steps:
                 raise ValueError(
                     f"steps_per_generation={self.args.steps_per_generation}: must be a multiple of"
-                    f" gradient_accumulation_steps={self.args.gradient_accumulation_steps} with a channel on"
+                    f" gradient_accumulation_steps={self.args.gradient_accumulation_steps} with a signal on"
                 )
         if alpha_sdpo > 0:
             if self.tools and self.error_pattern is None:

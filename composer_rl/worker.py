@@ -66,7 +66,7 @@ def train(run: RunConfig, run_dir: Path) -> None:
     from composer_rl.heldout import HeldoutEvaluation
     from composer_rl.model import load_policy, load_tokenizer
     from composer_rl.report.curve import draw_curve
-    from composer_rl.report.terminal import print_banner, print_closing
+    from composer_rl.report.terminal import print_banner, print_closing, print_pairs
     from composer_rl.task.load import load_task
     from composer_rl.trainer import ComposerTrainer
 
@@ -92,7 +92,7 @@ def train(run: RunConfig, run_dir: Path) -> None:
         **signal_arguments(run, task, tokenizer),
     )
     if trainer.replay is not None:
-        trainer.replay.prepare(trainer, run_dir / "replay_reference.pt")
+        trainer.replay.prepare(trainer, run_dir / "replay_reference.safetensors")
 
     # 3. What happens beside the loop.
     metrics = MetricsFile(run_dir / "metrics.jsonl")
@@ -118,6 +118,8 @@ def train(run: RunConfig, run_dir: Path) -> None:
         write_versions(run_dir)
         steps = args.max_steps if args.max_steps > 0 else planned_steps(len(task.train_rows), plan, run)
         print_banner(console, run, plan, steps, len(task.heldout_rows), gpu=torch.cuda.is_available())
+        if trainer.replay is not None:
+            print_pairs(console, len(trainer.replay.pairs), trainer.replay.dropped)
 
     # 4. Train, then keep what came out.
     start = time.perf_counter()

@@ -28,6 +28,8 @@ def print_banner(
     table.add_row("policy", f"{run.model.path} ({run.model.dtype.value} weights)")
     table.add_row("task", f"{run.task.name}, gold {run.task.gold}, {heldout_prompts} held-out prompts")
     precision = resolve_precision(run.hardware, gpu=gpu)
+    channels = run.channels
+    table.add_row("channels", f"alpha_sdpo {channels.alpha_sdpo:g}, beta_replay {channels.beta_replay:g}")
     device = "GPU" if gpu and run.hardware.device != Device.cpu else "CPU"
     table.add_row("machine", f"{plan.world_size} rank(s), {device}, {precision.value}")
     table.add_row("batch", describe_batch(plan))
@@ -43,6 +45,12 @@ def describe_batch(plan: BatchPlan) -> str:
         f" {plan.world_size} rank(s) x {plan.per_device_train_batch_size} rows"
         f" x {plan.gradient_accumulation_steps} accumulation"
     )
+
+
+def print_pairs(console: Console, usable: int, dropped: dict[str, int]) -> None:
+    """Print how many preference pairs are replayed, and why others are not."""
+    reasons = ", ".join(f"{reason} {count}" for reason, count in dropped.items())
+    console.print(f"replay: {usable} pairs" + (f", left out: {reasons}" if reasons else ""), highlight=False)
 
 
 def print_closing(console: Console, summary: dict[str, Any], run_dir: Path) -> None:

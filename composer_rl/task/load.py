@@ -62,6 +62,15 @@ def tool_names(environment: type | None) -> list[str]:
     return [name for name, _ in methods if not name.startswith("_") and name not in ("reset", "get_reward")]
 
 
+def environment_tools(environment: type | None, row: Row) -> list[Any] | None:
+    """Return the tools of a fresh environment reset to `row`, bound to it; None for a single-turn task."""
+    if environment is None:
+        return None
+    instance = environment()
+    instance.reset(**row)
+    return [getattr(instance, name) for name in tool_names(environment)]
+
+
 def bind_reward(name: str, function: RewardFunction, arguments: dict[str, Any]) -> RewardFunction:
     """Return `function` with `arguments` bound and `name` as its __name__, async when it is."""
     reward: RewardFunction
