@@ -9,6 +9,7 @@ is not run again. --docs writes docs/compare_signals.md and docs/compare_signals
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -30,7 +31,7 @@ SCORE, ERRORS = "heldout/score", "heldout/tool_error_share"
 
 def run(name: str, seed: int, overrides: list[str], options: argparse.Namespace) -> Path:
     """Train one variant on one seed, unless that run is there, and return its folder."""
-    run_dir: Path = options.output / f"{name}-{seed}"
+    run_dir: Path = options.output / f"{re.sub(r'[^a-zA-Z0-9.]+', '-', name)}-{seed}"
     if not (run_dir / "summary.json").exists():
         command = [sys.executable, "-m", "composer_rl.train", f"seed={seed}", f"hydra.run.dir={run_dir.resolve()}"]
         command += [f"trainer.max_steps={options.steps}", f"trainer.eval_steps={options.steps // 4}", *overrides]
@@ -127,7 +128,7 @@ def main() -> None:
     }
     with ThreadPoolExecutor(options.jobs) as pool:
         jobs = [
-            (name, pool.submit(run, name.replace(" ", "-"), seed, [*weights, *overrides], options))
+            (name, pool.submit(run, name, seed, [*weights, *overrides], options))
             for seed in options.seeds
             for name, weights in variants.items()
         ]
