@@ -145,6 +145,18 @@ def test_the_terminal_shows_the_plan_and_the_outcome_and_no_library_warning(fini
     assert "Warning" not in done.stdout
 
 
+def test_the_embedded_default_learns_within_a_third_of_its_steps(tmp_path):
+    done = composer_train(
+        "trainer.max_steps=20", "trainer.eval_steps=0", "hydra.run.dir=run", cwd=tmp_path, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert 0.2 <= summary["heldout_before"] <= 0.5
+    assert 0.3 <= summary["tool_error_before"] <= 0.6
+    assert summary["heldout_after"] - summary["heldout_before"] >= 0.25
+    assert summary["tool_error_after"] <= 0.5 * summary["tool_error_before"]
+
+
 def test_job_2_of_a_sweep_equals_the_same_job_run_alone_number_for_number(finished, tmp_path):
     alone, _ = finished
     done = composer_train("-m", *TINY, "seed=2,3", "hydra.sweep.dir=sweep", cwd=tmp_path)
@@ -255,7 +267,9 @@ def test_the_held_out_score_before_training_is_the_same_on_one_rank_and_on_two(f
 def test_a_relative_model_path_resolves_against_the_launch_directory(finished, tmp_path):
     trained, _ = finished
     (tmp_path / "weights").symlink_to(trained / "model")
-    done = composer_train(*TINY, "model=hf", "model.path=weights", "hydra.run.dir=run", cwd=tmp_path)
+    done = composer_train(
+        *TINY, "model=hf", "model.path=weights", "hydra.run.dir=run", "hydra.job.chdir=true", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     assert str((trained / "model").resolve()) in (tmp_path / "run" / "run.yaml").read_text()
 
