@@ -752,6 +752,12 @@ def plan_batch(run: RunConfig) -> BatchPlan:
         )
     if run.kl.placement == KLPlacement.reward:
         notes += kl_in_reward_warnings(run.objective, run.kl.estimator.value, section="objective.", kl_section="kl.")
+    channels = run.channels
+    if channels.alpha_sdpo > 0 and channels.sdpo_jsd_beta not in (0.0, 0.5, 1.0):
+        notes.append(
+            f"channels.sdpo_jsd_beta={channels.sdpo_jsd_beta:g}: near 0 and 1 the divergence shrinks up to 100 times,"
+            " so this also moves the channel's weight; 0, 0.5 and 1 are comparable"
+        )
     return BatchPlan(
         world_size=world,
         generation_batch_size=total,

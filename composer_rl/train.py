@@ -114,7 +114,7 @@ def run_job(config: DictConfig) -> float | None:
     _resolve_inputs(config, launch_dir)
     run = load_run(config)
     _check_trackers(run)
-    for note in plan_batch(run).warnings:
+    for note in (*plan_batch(run).warnings, *_idle_knobs(run)):
         print(f"warning: {note}", file=sys.stderr)
     text = f"# composer-train {choices}\n{freeze(config)}"
 
@@ -182,6 +182,26 @@ def _choices() -> str:
         require(group in choices, group, "[...]", "takes one option; to run several, use -m and commas")
     named = {group: choices[group] for group in (*GROUPS, "experiment")}
     return " ".join(f"{group}={choice}" for group, choice in named.items() if choice is not None)
+
+
+def _idle_knobs(run: RunConfig) -> list[str]:
+    """Return a warning for each knob given on the command line that belongs to a channel whose weight is 0."""
+    channels = run.channels
+    idle = [
+        (prefix, weight)
+        for prefix, weight, value in (
+            ("channels.sdpo_", "alpha_sdpo", channels.alpha_sdpo),
+            ("channels.replay_", "beta_replay", channels.beta_replay),
+        )
+        if value == 0
+    ]
+    keys = [override.partition("=")[0] for override in HydraConfig.get().overrides.task]
+    return [
+        f"{key} has no effect with channels.{weight}=0"
+        for key in keys
+        for prefix, weight in idle
+        if key.startswith(prefix)
+    ]
 
 
 def _chosen_by_hand() -> bool:

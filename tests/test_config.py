@@ -63,8 +63,17 @@ MISTAKES = {
     "delta where it is not read": (["objective=sapo", "objective.delta=9"], "has no effect with loss_type=sapo"),
     "owned field in extra": (["+trainer.extra.beta=0.1"], "trainer.extra.beta=0.1: is set by kl.coef"),
     "owned field of the same name in extra": (["+trainer.extra.epsilon=0.1"], "is set by objective.epsilon"),
-    "channel weight": (["channels.alpha_sdpo=0.1"], "unknown knob channels"),
-    "channel weight with a plus": (["+channels.alpha_sdpo=0.1"], "unknown knob channels"),
+    "SDPO without hints": (
+        ["channels.alpha_sdpo=0.1", "task.hints=[]"],
+        "channels.alpha_sdpo=0.1: needs hints, and task=shop has no rules",
+    ),
+    "replay without pairs": (
+        ["channels=replay", "task.replay_pairs=null"],
+        "channels.beta_replay=0.1: needs preference pairs; give task.replay_pairs=FILE",
+    ),
+    "negative weight": (["channels.alpha_sdpo=-1"], "channels.alpha_sdpo=-1.0: must be at least 0"),
+    "flip rate that is not read": (["channels.replay_flip_rate=0.1"], "use channels.replay_loss=robust"),
+    "unknown teacher": (["channels.sdpo_teacher=emma"], "expected one of [ema, frozen, live]"),
     "guard": (["guard=strict"], "unknown knob guard"),
     "KL in a reward that is scaled": (
         ["objective=dapo", "kl=reward"],
@@ -234,6 +243,23 @@ def test_a_ratio_objective_with_one_update_and_a_small_update_are_warned_about()
     assert "the ratio stays 1" in "".join(plan_batch(one).warnings)
     small = compose_run("objective=dapo")
     assert "4 rollouts per update is fewer than 4 groups of 8" in "".join(plan_batch(small).warnings)
+
+
+def test_a_jsd_beta_between_the_comparable_ones_is_warned_about():
+    for beta, warned in ((0.0, False), (0.5, False), (1.0, False), (0.1, True)):
+        run = compose_run("channels=sdpo", f"channels.sdpo_jsd_beta={beta}")
+        assert ("moves the channel's weight" in "".join(plan_batch(run).warnings)) == warned
+    assert plan_batch(compose_run("channels.sdpo_jsd_beta=0.1")).warnings == ()
+
+
+def test_a_knob_of_a_channel_that_is_off_is_warned_about(tmp_path):
+    # The dry run stops at the reward that cannot be imported, after the warnings.
+    arguments = ["dry_run=true", "task.rewards.exact_total.function=no.such.thing"]
+    knobs = ["channels.sdpo_jsd_beta=1", "channels.replay_loss=ipo"]
+    off = composer_train(*arguments, *knobs, cwd=tmp_path).stderr
+    assert "warning: channels.sdpo_jsd_beta has no effect with channels.alpha_sdpo=0" in off
+    assert "warning: channels.replay_loss has no effect with channels.beta_replay=0" in off
+    assert "no effect" not in composer_train(*arguments, *knobs, "channels=sdpo_replay", cwd=tmp_path).stderr
 
 
 def test_a_composed_run_and_its_frozen_yaml_load_to_the_same_run(tmp_path):
