@@ -246,6 +246,41 @@ def test_what_only_the_worker_can_see_is_still_one_line_before_weights_load(case
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_signal_reaches_the_loss_from_the_config(ranks, tmp_path):
+    machine = ["hardware=cpu", f"hardware.num_processes={ranks}"]
+    signals = ["channels=sdpo_replay", "kl=reward", "objective.updates_per_generation=2"]
+    done = composer_train(*TINY, *machine, *signals, "trainer.max_steps=4", "hydra.run.dir=run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "replay: 471 pairs" in done.stdout
+    logged = [row for row in numbers(tmp_path / "run") if "loss" in row]
+    assert len(logged) == 4
+    for row in logged:
+        terms = row["loss/grpo"] + 0.1 * row["loss/sdpo_kl"] + 0.1 * row["loss/trace_replay_dpo"]
+        assert row["loss/total"] == pytest.approx(terms, abs=1e-6)
+        assert row["loss/total"] == pytest.approx(row["loss"], abs=1e-5)
+        assert row["replay/pairs"] == 8
+        assert row["sdpo/error_turns/raised"] >= row["sdpo/excluded/no_hint"]
+    assert sum(row["sdpo/distilled_tokens"] for row in logged) > 0
+    # The policy is its own reference until its first update.
+    assert abs(logged[0]["kl_reward/k1_seq"]) < 1e-5 < abs(logged[2]["kl_reward/k1_seq"])
+
+
+@pytest.mark.parametrize("source", ["peer", "column"])
+def test_other_hint_sources_are_reached_from_the_config(source, tmp_path):
+    done = composer_train(
+        *TINY, "channels=sdpo", f"channels.sdpo_hints={source}", "channels.sdpo_teacher=live",
+        "hydra.run.dir=run", cwd=tmp_path,
+    )  # fmt: skip
+    if source == "column":
+        assert done.returncode == 2
+        assert "channels.sdpo_hints=column: the train rows have no column hint" in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr
+        logged = [row for row in numbers(tmp_path / "run") if "loss" in row]
+        assert sum(row["sdpo/eligible_rows"] for row in logged) > 0
+
+
 def test_two_ranks_train_one_run(tmp_path):
     done = composer_train(*TINY, "hardware=cpu", "hardware.num_processes=2", "hydra.run.dir=run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
