@@ -19,7 +19,7 @@ check: .venv/test  ## lint, format check and types
 	$(BIN)/mypy
 
 test: .venv/test  ## install and run the tests
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --dist loadfile
 
 clean:  ## remove the virtual environment and tool caches; runs/ stays
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache

@@ -10,8 +10,8 @@ from hydra import compose, initialize_config_dir
 
 from composer_rl.config import RunConfig, config_dir, load_run, register_schema
 
-# Two ranks or two test processes on few cores: more threads only wait for each other.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Test files run side by side, and some start two ranks: more threads would only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def compose_run(*overrides: str) -> RunConfig:

@@ -57,7 +57,7 @@ def test_completion_offers_options():
 
 def test_the_make_targets_do_what_the_readme_says():
     # Shortened: make says what it would run; CI itself runs `make check test` on a fresh clone.
-    for target, command in (("run", ".venv/bin/composer-train"), ("test", ".venv/bin/pytest")):
+    for target, command in (("run", ".venv/bin/composer-train"), ("test", ".venv/bin/pytest -n auto --dist loadfile")):
         assert f"make {target}" in LINES
         said = subprocess.run(["make", "-n", target], cwd=REPOSITORY, capture_output=True, text=True, check=True)
         assert said.stdout.splitlines()[-1] == command
