@@ -6,6 +6,7 @@ says which TRL method it replaces and why; with every signal off they pass throu
 
 import dataclasses
 import inspect
+import math
 import re
 import time
 import warnings
@@ -358,6 +359,21 @@ class ComposerTrainer(GRPOTrainer):
         if self.accelerator.sync_gradients:
             self._log_window()
         return total
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """Replace Trainer._get_grad_norm to stop before a step that would make every weight NaN.
+
+        TRL drops NaN metrics and the loss of such a step is logged as 0, so the run would go on unseen. The norm is
+        the same on every rank, after their gradients were averaged. Raises FloatingPointError, except under fp16,
+        whose scaler meets infinite gradients by design and skips their step.
+        """
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[no-untyped-call]
+        if not self.args.fp16 and norm is not None and not math.isfinite(norm):
+            raise FloatingPointError(
+                f"gradient norm {float(norm)} at step {self.state.global_step + 1}: the step was not taken and the"
+                " weights are those of the step before; lower trainer.learning_rate or look at the rewards"
+            )
+        return norm
 
     def _add_to_window(self, values: dict[str, torch.Tensor]) -> None:
         for name, value in values.items():

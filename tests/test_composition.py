@@ -55,7 +55,7 @@ TERMS = ("loss/grpo", "loss/sdpo_kl", "loss/trace_replay_dpo", "loss/total", "lo
 OURS = ("loss/", "sdpo/", "replay/", "kl_reward/", "reward", "tools/")
 
 
-# --- recorded rollouts ------------------------------------------------------------------------------------------
+# --- recorded rollouts ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def recorded_generation(rollouts: Rollouts) -> Callable[..., Any]:
     return generate
 
 
-# --- a training that keeps what it saw ----------------------------------------------------------------------------
+# --- a training that keeps what it saw -----------------------------------------------------------------------------
 
 
 def by_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -327,7 +327,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, pool: Rollouts) -> Callable[..
     return trained
 
 
-# --- two ranks ------------------------------------------------------------------------------------------------------
+# --- two ranks -----------------------------------------------------------------------------------------------------
 
 
 def rank_program(folder: Path) -> dict[str, Any]:
@@ -443,7 +443,7 @@ def test_every_signal_moves_the_gradient_far_more_than_the_laws_tolerate(
 def test_gradient_and_metrics_are_those_of_one_micro_batch_in_any_accumulation(
     run: Callable[..., Watch], signals: str
 ) -> None:
-    """TRL shuffles the rows into other micro-batches; a gradient is a sum over them, so their order is no part of it."""
+    """TRL shuffles rows into other micro-batches; a gradient is a sum over rows, so their order is no part of it."""
     whole = run(SIGNALS[signals]).steps[0]
     for micro_batch in (2, 1):
         (step,) = run(SIGNALS[signals], micro_batch).steps
@@ -490,7 +490,7 @@ def test_padding_by_other_rows_changes_no_channels_gradient_and_no_shaped_advant
         kl = train(make_trainer(tmp_path / f"{number}", ("kl",), reward=constant), rollouts)
         (batch,) = kl.inputs
         by_row = dict(zip(tokens_of(batch), batch["advantages"].tolist(), strict=True))
-        advantages = torch.tensor([by_row[*r.prompt_ids, *r.completion_ids] for r in short[first]])
+        advantages = torch.tensor([by_row[(*r.prompt_ids, *r.completion_ids)] for r in short[first]])
         lengths = batch["prompt_ids"].shape[1], batch["completion_ids"].shape[1]
         seen.append((channels.steps[0].gradient, advantages, lengths))
     (gradient, advantages, lengths), (padded, padded_advantages, padded_lengths) = seen
@@ -499,7 +499,7 @@ def test_padding_by_other_rows_changes_no_channels_gradient_and_no_shaped_advant
     assert advantages.abs().max() > 1e-3 and difference(padded_advantages, advantages) < 1e-5
 
 
-# --- ranks whose data differ -----------------------------------------------------------------------------------------
+# --- ranks whose data differ ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("signals", SIGNALS)
@@ -530,7 +530,7 @@ def test_a_rank_whose_rows_are_all_masked_takes_part_without_weight(
     assert one.metrics.keys() == other.metrics.keys()
 
 
-# --- nothing left ----------------------------------------------------------------------------------------------------
+# --- nothing left --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("errors", [NO_ERRORS, ERRORS], ids=["no error turn", "error turns, all masked"])
@@ -579,7 +579,7 @@ def test_a_channel_that_finds_nothing_warns_once_and_says_why(
     assert message.startswith("alpha_sdpo > 0 had nothing to train on in 2 steps: ") and reason in message
 
 
-# --- rows stay together ----------------------------------------------------------------------------------------------
+# --- rows stay together --------------------------------------------------------------------------------------------
 
 
 def test_everything_stays_with_its_row_through_shuffle_split_and_reuse(tmp_path: Path, pool: Rollouts) -> None:
@@ -646,7 +646,7 @@ def test_everything_stays_with_its_row_through_shuffle_split_and_reuse(tmp_path:
             assert any(ids[: len(own)] == own for ids in drawn)
 
 
-# --- the contract ------------------------------------------------------------------------------------------------------
+# --- the contract --------------------------------------------------------------------------------------------------
 
 
 def test_the_constructor_has_the_names_and_defaults_of_the_contract() -> None:

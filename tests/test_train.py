@@ -223,6 +223,21 @@ def test_an_exception_ends_the_run_with_its_traceback_once_and_code_1(tmp_path):
     assert recorded["code"] == 1 and "the judge is down" in recorded["message"]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_gradient_that_is_not_finite_ends_the_run_before_the_step(ranks, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def infinite(completions, **kwargs):\n    return [float('inf'), *([0.0] * (len(completions) - 1))]\n"
+    )
+    done = composer_train(
+        *TINY, "task.rewards.thorough_reply.function=mine.infinite", "task.rewards.thorough_reply.weight=1",
+        "hardware=cpu", f"hardware.num_processes={ranks}", "hydra.run.dir=run", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.count("FloatingPointError: gradient norm") == 1
+    assert "at step 1: the step was not taken" in done.stderr
+    assert not (tmp_path / "run" / "model").exists()
+
+
 WORKER_MISTAKES = {
     "unknown GRPOConfig field": (["+trainer.extra.logging_dir=x"], "GRPOConfig has no such field"),
     "reward that cannot be imported": (
