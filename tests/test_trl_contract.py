@@ -12,6 +12,12 @@ import trl
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, GenerationMixin, LogitsProcessorList
 from trl import GRPOConfig, GRPOTrainer
+from trl.chat_template_utils import (
+    add_response_schema,
+    get_training_chat_template,
+    is_chat_template_prefix_preserving,
+    supports_tool_calling,
+)
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import (
@@ -56,11 +62,16 @@ FUNCTIONS = {
         " temperature=1.0, student_logit_scale=1.0, student_final_logit_softcapping=None, teacher_logit_scale=1.0,"
         " teacher_final_logit_softcapping=None"
     ),
+    add_fused_lm_head: "model, temperature=1.0, cast_lm_head_to_fp32=False, outputs=('log_probs',)",
+    add_response_schema: "processing_class",
     disable_gradient_checkpointing: "model, gradient_checkpointing_kwargs=None",
+    get_training_chat_template: "processing_class=None, tokenizer=None",
+    is_chat_template_prefix_preserving: "processing_class",
     maybe_gather_lm_head_ctx: "*params",
     nanstd: "tensor, dim=None, keepdim=False",
     shuffle_sequence_dict: "seq_dict",
     split_tensor_dict: "tensor_dict, num_chunks",
+    supports_tool_calling: "processing_class",
     use_adapter: "model, adapter_name",
 }
 
@@ -235,7 +246,7 @@ def test_generate_asks_the_model_itself_for_its_logits_processors():
     assert "self._get_logits_processor(" in inspect.getsource(GenerationMixin.generate), broken(
         "transformers' generate no longer calls self._get_logits_processor"
     )
-    returned = typing.get_type_hints(GenerationMixin._get_logits_processor)["return"]
+    returned = inspect.signature(GenerationMixin._get_logits_processor).return_annotation
     assert returned is LogitsProcessorList, broken(f"transformers' _get_logits_processor -> {returned}")
 
 
