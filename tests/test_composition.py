@@ -203,6 +203,7 @@ def make_trainer(
         # The gradient is compared, not what clipping leaves of it.
         "max_grad_norm": 0.0,
         "logging_steps": 1,
+        "gradient_checkpointing": False,
     }
     trainer = kind(
         model=tiny_policy(),
@@ -211,7 +212,6 @@ def make_trainer(
             output_dir=str(folder),
             use_cpu=True,
             bf16=False,
-            gradient_checkpointing=False,
             shuffle_dataset=False,
             report_to="none",
             save_strategy="no",
@@ -346,6 +346,11 @@ def rank_program(folder: Path) -> dict[str, Any]:
         steps = 4 if "sdpo" in signals else 1
         keep(name, make_trainer(folder / rank / name, signals, max_steps=steps, **schedule), scene(pool))
 
+    checkpointing = make_trainer(
+        folder / rank / "checkpointed", SIGNALS["all"], gradient_checkpointing=True, **schedule
+    )
+    keep("checkpointed", checkpointing, scene(pool))
+
     masking = make_trainer(folder / rank / "masked", ("sdpo", "replay"), mask_truncated_completions=True, **schedule)
     keep("masked", masking, first_group_cut(scene(pool)))
 
@@ -467,6 +472,14 @@ def test_gradient_and_metrics_on_two_ranks_are_those_of_one(
         assert difference(ranks[0].gradient, step.gradient) < 1e-5
         for rank in ranks:
             assert ours(rank.metrics) == near(step.metrics)
+
+
+def test_gradient_checkpointing_on_two_ranks_changes_nothing(
+    run: Callable[..., Watch], two_ranks: list[dict[str, Any]]
+) -> None:
+    one, other = (Step(**rank["checkpointed"][0]) for rank in two_ranks)
+    assert torch.equal(one.gradient, other.gradient)
+    assert difference(one.gradient, run(SIGNALS["all"]).steps[0].gradient) < 1e-5
 
 
 def test_padding_by_other_rows_changes_no_channels_gradient_and_no_shaped_advantage(
@@ -710,6 +723,16 @@ def test_the_contracts_metrics_come_once_per_optimizer_step_and_add_up(run: Call
     assert (sdpo > 0, replay > 0) == (alpha > 0, beta > 0)
     assert total == pytest.approx(grpo + alpha * sdpo + beta * replay, rel=1e-6)
     assert total == pytest.approx(sum(step.losses), rel=1e-5)
+
+
+def test_a_log_over_two_steps_is_the_mean_of_both(tmp_path: Path, pool: Rollouts) -> None:
+    """A log in between, from inside the loss, would drain TRL's metrics."""
+    trainer = make_trainer(tmp_path, SIGNALS["all"], logging_steps=2, max_steps=2)
+    metrics = train(trainer, scene(pool)).steps[-1].metrics
+    logged = trainer.state.log_history[0]
+    for name in ("reward", *TERMS, "sdpo/distilled_tokens", "replay/margin", "kl_reward/k1_seq"):
+        assert len(metrics[name]) == 2 and logged[name] == pytest.approx(sum(metrics[name]) / 2)
+    assert metrics["sdpo/distilled_tokens"][0] != metrics["sdpo/distilled_tokens"][1]
 
 
 def test_plain_python_trains_with_everything_on(tmp_path: Path) -> None:
