@@ -30,9 +30,13 @@ def config_dir() -> Path:
 
 
 def register_schema() -> None:
-    """Register what the YAML relies on: the schema `run_schema` and the resolver `asset` (a packaged folder)."""
+    """Register what the YAML relies on: the schema `run_schema` and the resolvers `asset` and `times`.
+
+    ${asset:NAME} is a file or folder that ships with the package; ${times:A,B} is a product.
+    """
     ConfigStore.instance().store(name="run_schema", node=RunConfig)
     OmegaConf.register_new_resolver("asset", lambda name: str(PACKAGE_DIR / "assets" / name), replace=True)
+    OmegaConf.register_new_resolver("times", lambda a, b: a * b, replace=True)
 
 
 def require(holds: bool, key: str, value: object, rule: str) -> None:

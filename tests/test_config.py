@@ -236,6 +236,14 @@ def test_the_nearest_valid_batch_sizes_are_valid():
         compose_run("objective=dapo", f"trainer.generation_batch_size={size}")
 
 
+def test_another_objective_buys_the_same_rollouts_and_evaluations():
+    for name, updates in (("dr_grpo", 1), ("gspo", 4), ("dapo", 16)):
+        run = compose_run(f"objective={name}")
+        assert run.trainer.eval_steps == 20 * updates
+        assert plan_batch(run).generation_batch_size == 64
+    assert compose_run("objective=dapo", "trainer.eval_steps=5").trainer.eval_steps == 5
+
+
 def test_a_ratio_objective_with_one_update_and_a_small_update_are_warned_about():
     quiet = compose_run("objective=grpo")
     assert plan_batch(quiet).warnings == ()
