@@ -100,7 +100,7 @@ def hint_efficacy(
     rows: list[dict[str, Any]],
     completions: list[list[Message]],
 ) -> dict[str, dict[str, float]]:
-    """Per error kind (its hint rule): turns, mean probability of the correct call without and with hint."""
+    """Per error kind (its hint rule), and over all: turns, mean probability of the correct call without and with."""
     seen: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for row, completion in zip(rows, completions, strict=True):
         for index, error in errors_of(completion):
@@ -113,13 +113,14 @@ def hint_efficacy(
             seen[kind].append(
                 (probability(model, tokenizer, context, turn), probability(model, tokenizer, hinted, turn))
             )
+    seen["every error turn"] = [pair for pairs in seen.values() for pair in pairs]
     return {
         kind: {
             "turns": len(pairs),
             "without": sum(without for without, _ in pairs) / len(pairs),
             "with": sum(with_hint for _, with_hint in pairs) / len(pairs),
         }
-        for kind, pairs in sorted(seen.items())
+        for kind, pairs in seen.items()
     }
 
 
