@@ -166,7 +166,7 @@ DOCUMENT = """# The embedded default, measured
 `python scripts/prove_default.py --docs` ran `composer-train seed=1`, `seed=2` and `seed=3` (Dr. GRPO, reward =
 gold) and, on the same rows, rollouts, learning rate and steps, GRPOTrainer with every algorithm field at TRL's
 default (DAPO's loss, group-scaled rewards, a linear learning rate that falls to 0). Held-out score: mean of
-`exact_total` over 256 prompts that never train. One CPU with 2 cores.
+`exact_total` over 256 prompts that never train. One thread a run, on 2 cores that other work shared.
 
 {table}
 
