@@ -671,6 +671,7 @@ EXTRA_OWNERS: dict[str, str] = {
     "fp16": "hardware.precision",
     "use_cpu": "hardware.device",
     "dataloader_pin_memory": "hardware.device",
+    "ddp_find_unused_parameters": "hardware.num_processes",
     "model_init_kwargs": "model.dtype and model.attn_implementation",
     "reward_weights": "task.rewards.<name>.weight",
     "max_tool_calling_iterations": "task.max_turns",

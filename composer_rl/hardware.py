@@ -13,6 +13,8 @@ def hardware_arguments(hardware: HardwareConfig, *, gpu: bool) -> dict[str, Any]
         "bf16": precision == Precision.bf16,
         "fp16": precision == Precision.fp16,
         "gradient_checkpointing": hardware.gradient_checkpointing,
+        # Every weight of a text model is used in every forward; looking for others costs a traversal each time.
+        "ddp_find_unused_parameters": False,
         "dataloader_pin_memory": gpu and hardware.device != Device.cpu,
     }
 

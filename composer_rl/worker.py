@@ -1,5 +1,6 @@
 """One rank of a run, told as a story: from the frozen run.yaml to the summary and the trained model."""
 
+import atexit
 import json
 import os
 import sys
@@ -7,7 +8,7 @@ import time
 import traceback
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -31,6 +32,7 @@ def main() -> None:
             dry_run(run)
         else:
             train(run, run_dir)
+        _leave(0)
     except ConfigError as error:
         _exit(run_dir, 2, f"composer-train: {error}")
     except Stopped as stopped:
@@ -169,11 +171,23 @@ def quiet_libraries() -> None:
     datasets.disable_progress_bars()
 
 
-def _exit(run_dir: Path, code: int, message: str) -> None:
+def _exit(run_dir: Path, code: int, message: str) -> NoReturn:
     """Exit with `code`; the first rank to fail says why, once, on the terminal and in exit.json."""
     if record_exit(run_dir, code, message):
         print(message, file=sys.stderr)
-    sys.exit(code)
+    _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """End this process with `code`, after what libraries registered for its end (trackers finish there).
+
+    The interpreter's own teardown is left out: with several ranks it sometimes destroys a process group whose
+    threads still run, which aborts the process and turns any code into 134.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -125,6 +125,7 @@ def main() -> None:
         "replay": best["replay"],
         "SDPO and replay": [*best["sdpo"], *best["replay"]],
         "KL in the reward": ["kl=reward"],
+        "KL in the reward, coefficient 0.05": ["kl=reward", "kl.coef=0.05"],
     }
     with ThreadPoolExecutor(options.jobs) as pool:
         jobs = [
@@ -163,6 +164,10 @@ rollouts with a tool error, on 256 prompts that never train.
 {table}
 
 ![held-out score and tool errors against optimizer steps](compare_signals.png)
+
+The KL of a whole rollout stays below 1 nat here, so the default coefficient of 0.001 moves a reward by less than 0.001:
+the losses differ from those without KL in the third digit, and in {steps} steps no held-out figure does. The last
+variant shows a coefficient that is felt.
 
 ## The grid that was searched
 
