@@ -166,7 +166,7 @@ rollouts with a tool error, on 256 prompts that never train.
 ![held-out score and tool errors against optimizer steps](compare_signals.png)
 
 The KL of a whole rollout stays below 1 nat here, so the default coefficient of 0.001 moves a reward by less than 0.001:
-the losses differ from those without KL in the third digit, and in {steps} steps no held-out figure does. The last
+the losses differ from those without KL in the third digit, and in {steps} steps no figure of this table does. The last
 variant shows a coefficient that is felt.
 
 ## The grid that was searched
