@@ -23,7 +23,7 @@ def training_arguments(
 ) -> GRPOConfig:
     """Build the one GRPOConfig of a run; `use_cpu` builds it for a machine without the GPUs it asks for (dry run).
 
-    Raises ConfigError for a key of trainer.extra that GRPOConfig does not have.
+    Raises ConfigError for a key of trainer.extra that GRPOConfig does not have, and for a value it refuses.
     """
     known = [field.name for field in dataclasses.fields(GRPOConfig)]
     for key in run.trainer.extra:
@@ -33,7 +33,7 @@ def training_arguments(
             raise ConfigError(f"trainer.extra.{key}: GRPOConfig has no such field{hint}")
     hardware = hardware_arguments(run.hardware, gpu=torch.cuda.is_available() and not use_cpu)
     budget = run.trainer
-    return GRPOConfig(
+    arguments: dict[str, Any] = dict(
         output_dir=str(run_dir),
         run_name=run.run_name,
         seed=run.seed,
@@ -78,6 +78,11 @@ def training_arguments(
         disable_tqdm=True,
         **run.trainer.extra,
     )
+    try:
+        return GRPOConfig(**arguments)
+    except ValueError as error:
+        # A name that only transformers knows, such as a scheduler's or an optimizer's.
+        raise ConfigError(f"GRPOConfig: {str(error).splitlines()[0]}") from error
 
 
 def signal_arguments(run: RunConfig, task: Task, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -240,6 +240,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_before_the_step(ranks, tmp_p
 
 WORKER_MISTAKES = {
     "unknown GRPOConfig field": (["+trainer.extra.logging_dir=x"], "GRPOConfig has no such field"),
+    "unknown scheduler": (["trainer.lr_scheduler_type=cosinus"], "GRPOConfig: cosinus is not a valid SchedulerType"),
     "reward that cannot be imported": (
         ["task.rewards.exact_total.function=no.such.thing"],
         "task.rewards.exact_total.function=no.such.thing: cannot be imported",
